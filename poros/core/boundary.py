@@ -1,0 +1,66 @@
+"""What a block's forward leaves behind, so that its backward recomputes the same numbers.
+
+The tensors of the call (the hidden state above all) are saved by the autograd function itself. Here
+are the two states around it: the random number generators, for dropout, and autocast. Both are put
+back as `torch.utils.checkpoint` does. Autocast's weight cache is off in either direction: a forward
+without a graph would leave casts in it that cut the graph of a recomputation in the same context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+
+class Boundary:
+    """Random and autocast state of `device` and the CPU at the start of a block's forward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random = _random_state(device)
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", device.type}
+        ]
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Run as the forward ran, with gradients; the present random state is put back after."""
+        present = _random_state(self._device)
+        _set_random_state(self._device, self._random)
+        try:
+            with ExitStack() as stack:
+                for kind, enabled, dtype in self._autocast:
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                    )
+                stack.enter_context(torch.enable_grad())
+                yield
+        finally:
+            _set_random_state(self._device, present)
+
+
+@contextmanager
+def no_cast_cache() -> Iterator[None]:
+    """Autocast as it is around, without its weight cache."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), cuda
+
+
+def _set_random_state(
+    device: torch.device, state: tuple[torch.Tensor, torch.Tensor | None]
+) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
