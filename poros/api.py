@@ -19,7 +19,7 @@ from poros.core.attach import Streamed, attach, detach, find_blocks, streamed
 from poros.data import check_trainable, ensure_chat_template, load_rows, split_eval
 from poros.errors import ModelError, PorosError, PorosOOMError
 from poros.loader import load, pick_device
-from poros.plan import Plan, make_plan
+from poros.plan import CPU_SLOTS, Plan, make_plan
 from poros.report import Progress, peak_memory
 from poros.shapes import read_model_shape
 from poros.trainer import StopOnSignal, add_adapter, answer, build_trainer, compute_dtype
@@ -52,7 +52,7 @@ def stream(
     Args:
         model: what `get_peft_model` returned; it keeps its classes, names and keys.
         block_size: blocks on the device at once, 1 or more; more than the model has means all.
-            `auto`: what half of the free VRAM holds, two at least (on the CPU: four).
+            `auto`: what half of the free VRAM holds, two at least (on the CPU: two).
         micro_rows: rows of the batch that pass through a block at a time in training.
         device: `auto`, or a torch device.
         poison: debugging: overwrite each slot behind its visit, so that a read outside it shows.
@@ -90,7 +90,7 @@ def stream(
 def _slots(block_bytes: int, num_blocks: int, device: torch.device) -> int:
     """Slots for `block_size='auto'` without a plan: half of the free VRAM, the rest to compute."""
     if device.type != "cuda":
-        return min(4, num_blocks)
+        return min(CPU_SLOTS, num_blocks)
     free, _ = torch.cuda.mem_get_info(device)
     return max(min(2, num_blocks), min(num_blocks, free // 2 // max(block_bytes, 1)))
 

@@ -166,6 +166,9 @@ class RunConfig(BaseModel):
             "micro_rows": self.micro_rows,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
             "autocast": True,  # the trainer's own choice, always
+            # TRL keeps adapters on a 4-bit base in bf16, as the QLoRA paper did; PEFT all others
+            # in float32.
+            "adapter_bytes": 2 if self.quantization == "nf4" else 4,
         }
 
 

@@ -27,8 +27,6 @@ NF4_BLOCK = 64
 """Weights that share one absmax (bitsandbytes `blocksize`)."""
 NF4_NESTED_BLOCK = 256
 """Absmax values that share one nested absmax."""
-ADAPTER_BYTES = 4
-"""PEFT keeps adapters in float32 on a half-precision base; so are their gradients."""
 LOSS_TOKENS, LOSS_VOCAB = 4096, 32768
 """Tile of TRL's fused head: `TOKEN_CHUNK_SIZE` in trl.kernels.chunked_logprob and
 `_CHUNKED_LOGPROB_CHUNK_SIZE` in trl.trainer.utils."""
@@ -174,28 +172,28 @@ _STATE_BYTES = {
 }
 
 
-def optimizer_state_bytes(optimizer: str, num_params: int) -> int | None:
+def optimizer_state_bytes(optimizer: str, num_params: int, adapter_bytes: int = 4) -> int | None:
     """Bytes of the state of an optimizer by its transformers name; None when it is not known.
 
-    float32 moments: AdamW 8 bytes an element; `8bit` keeps a byte for each of them and a float32
-    for every 256.
+    Moments have the dtype of the adapters: AdamW 8 bytes an element in float32; `8bit` keeps a
+    byte for each of them and a float32 for every 256.
     """
     name = optimizer.lower().removeprefix("paged_")
     per_element = _STATE_BYTES.get(re.split(r"_", name)[0])
     if per_element is None or "4bit" in name:
         return None
     if "8bit" in name:
-        per_element = per_element / 4 * (1 + 4 / 256)
-    return round(per_element * num_params)
+        return round(per_element / 4 * (1 + 4 / 256) * num_params)
+    return round(per_element / 4 * adapter_bytes * num_params)
 
 
-def optimizer_step_bytes(optimizer: str, num_params: int) -> int:
+def optimizer_step_bytes(optimizer: str, num_params: int, adapter_bytes: int = 4) -> int:
     """Bytes that one optimizer step allocates.
 
     torch's multi-tensor AdamW (`adamw_torch`) holds the square roots of all second moments at
     once; the fused one and those of bitsandbytes allocate nothing.
     """
-    return ADAPTER_BYTES * num_params if optimizer == "adamw_torch" else 0
+    return adapter_bytes * num_params if optimizer == "adamw_torch" else 0
 
 
 def boundary_bytes(shape: ModelShape, tokens: int, compute_bytes: int = 2) -> int:
@@ -223,6 +221,7 @@ def saved_bytes(
     device: Literal["cuda", "cpu"] = "cuda",
     compute_bytes: int = 2,
     autocast: bool = False,
+    adapter_bytes: int = 4,
 ) -> int:
     """Bytes that autograd saves when a block is recomputed for `tokens` tokens; the largest block.
 
@@ -235,13 +234,13 @@ def saved_bytes(
       keeps alive; eager attention keeps 8 bytes a score;
     - MLP: gate, its activation and up (3ci); ungated ci, or four times that where transformers
       writes the GELU out in single steps (`gelu_new`);
-    - adapters: 4 bytes a rank, and the input of each, cast to float32 by PEFT. Under autocast the
-      copy is of c bytes, and on CUDA adapters on nf4 share the one that their layer was given
-      (PEFT asks whether CUDA's autocast is on before it casts).
+    - adapters: their bytes a rank, and the input of each, cast to their dtype by PEFT. Under
+      autocast the copy is of c bytes, and on CUDA adapters on nf4 share the one that their layer
+      was given (PEFT asks whether CUDA's autocast is on before it casts).
     """
     h, c, inter = shape.hidden_size, compute_bytes, shape.intermediate_size
     q, k = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    cast = c if autocast else ADAPTER_BYTES
+    cast = c if autocast else adapter_bytes
     largest = 0
     targets = targeted_matrices(shape, target_modules)
     for block, targeted in set(zip(shape.blocks, targets, strict=True)):
@@ -257,7 +256,7 @@ def saved_bytes(
         inputs = [(m.name.rpartition(".")[0], m.in_features) for m in targeted]
         shared = autocast and quantization == "nf4" and device == "cuda"
         saved += cast * sum(width for _, width in (set(inputs) if shared else inputs))
-        largest = max(largest, saved + ADAPTER_BYTES * rank * len(targeted))
+        largest = max(largest, saved + adapter_bytes * rank * len(targeted))
     return largest * tokens
 
 
@@ -338,6 +337,7 @@ class Job:
         link_gb_per_s: host-to-device rate in 10**9 bytes a second, if measured.
         flops: floating-point operations a second that the device reaches, if known.
         compute_bytes: bytes an element of everything not quantised.
+        adapter_bytes: bytes an element of adapters, their gradients and the optimizer's moments.
         autocast: whether the forward runs under autocast, so that adapters cast no inputs.
         context_bytes: driver memory still to come; 0 when `vram_bytes` was read after the CUDA
             context was made.
@@ -357,6 +357,7 @@ class Job:
     link_gb_per_s: float | None = None
     flops: float | None = None
     compute_bytes: int = 2
+    adapter_bytes: int = 4
     autocast: bool = False
     context_bytes: int = CUDA_CONTEXT_BYTES
 
@@ -508,13 +509,13 @@ def phase_terms(shape: ModelShape, job: Job, num_slots: int) -> dict[str, dict[s
     """The bytes, by name, of each moment of a step that can be its peak."""
     c, params = job.compute_bytes, lora_params(shape, job.lora_rank, job.target_modules)
     tokens, length = job.batch_size * job.seq_len, shape.num_blocks
-    state = optimizer_state_bytes(job.optimizer, params)
-    adapters = ADAPTER_BYTES * params
+    state = optimizer_state_bytes(job.optimizer, params, job.adapter_bytes)
+    adapters = job.adapter_bytes * params
     held = {
         "slots": num_slots * slot_bytes(shape, job.quantization, c),
         "embeddings and head": resident_bytes(shape, c),
         "adapters": adapters,
-        "optimizer state": 8 * params if state is None else state,
+        "optimizer state": 2 * adapters if state is None else state,
     }
     if job.device == "cuda":
         held["cuBLAS workspace (estimate)"] = CUBLAS_BYTES
@@ -536,6 +537,7 @@ def phase_terms(shape: ModelShape, job: Job, num_slots: int) -> dict[str, dict[s
         device=job.device,
         compute_bytes=c,
         autocast=job.autocast,
+        adapter_bytes=job.adapter_bytes,
     )
     return {
         "backward of a block": {
@@ -554,7 +556,7 @@ def phase_terms(shape: ModelShape, job: Job, num_slots: int) -> dict[str, dict[s
         "optimizer step": {
             **held,
             "gradients": adapters,
-            "optimizer temporaries": optimizer_step_bytes(job.optimizer, params),
+            "optimizer temporaries": optimizer_step_bytes(job.optimizer, params, job.adapter_bytes),
         },
     }
 

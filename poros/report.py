@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,14 @@ from poros.units import GIB, format_seconds
 
 
 def peak_memory(device: torch.device) -> tuple[str, float]:
-    """(what was measured, GiB): the allocator's peak on a GPU, the resident set on the CPU."""
+    """(what was measured, GiB): the allocator's peak on a GPU, the process's peak on the CPU."""
     if device.type == "cuda":
         return "VRAM", torch.cuda.max_memory_allocated(device) / GIB
-    return "RAM", psutil.Process().memory_info().rss / GIB
+    if sys.platform == "win32":
+        return "RAM", psutil.Process().memory_info().peak_wset / GIB
+    import resource  # not on Windows
+
+    return "RAM", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
 
 
 class Progress(TrainerCallback):
@@ -82,7 +87,7 @@ class Progress(TrainerCallback):
                     " learning_rate, or set max_grad_norm, and start again from the last checkpoint"
                 )
             self._show(state, logs)
-        elif "eval_loss" in logs and state.global_step > 0:
+        elif "eval_loss" in logs and 0 < state.global_step < state.max_steps:
             self._print(f"step {state.global_step}  held-out loss {logs['eval_loss']:.4f}")
         if self._metrics is not None:
             row = {"step": state.global_step, "time": round(time.time(), 3), **logs}
@@ -107,7 +112,7 @@ class Progress(TrainerCallback):
             f"{(tokens - self._tokens) / seconds:,.0f} tok/s",
             f"{format_seconds(seconds / max(steps, 1))}/step",
             f"ETA {format_seconds(left)}",
-            f"{'peak ' if what == 'VRAM' else ''}{what} {peak:.2f} GiB",
+            f"peak {what} {peak:.2f} GiB",
         ]
         if self._streamed is not None:
             parts.append(f"link {(copied - self._bytes) / seconds / 1e9:.2f} GB/s")

@@ -2,6 +2,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,18 @@ def test_programs_are_built_as_they_are_named():
         "peft": [True] * BLOCKS,
     }
     assert all(program.model.training for program in programs.values())
+
+
+@pytest.mark.parametrize("name", bench.PROGRAMS)
+def test_a_deleted_program_gives_back_what_it_held(name):
+    program = bench.build(name, TINY, num_slots=2, device=CPU)
+    program.step(bench.random_ids("1x8", TINY, CPU))
+    held = [weakref.ref(program.model.get_base_model())]
+    if program.streaming is not None:
+        held += [weakref.ref(program.streaming.store), weakref.ref(program.streaming.stream)]
+    del program
+    bench._free(CPU)
+    assert [thing() for thing in held] == [None] * len(held)
 
 
 def test_bench_measures_every_program_and_counts_its_loads_exactly(tmp_path):

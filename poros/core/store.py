@@ -70,6 +70,8 @@ class PinnedStore:
 
 
 def _unregister(addresses: list[int]) -> None:
+    if addresses:
+        torch.cuda.synchronize()  # a prefetch may still be reading
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)
     addresses.clear()

@@ -72,8 +72,10 @@ class Stream:
             self._copies = torch.cuda.Stream(self.device)
             for slot in self.slots:
                 slot.ready, slot.free = torch.cuda.Event(), torch.cuda.Event()
-                # The allocator may hand out memory that queued work still uses.
+                # The allocator may hand out memory that queued work still uses, and must not hand
+                # this out again before the last copy into it has ended.
                 slot.free.record(torch.cuda.current_stream(self.device))
+                slot.buffer.record_stream(self._copies)
 
     def prefetch(self, block: int, slot: Slot) -> None:
         """Queue the copy of `block` into `slot`, behind the slot's last reader.
