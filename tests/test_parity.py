@@ -24,7 +24,6 @@ from poros.loader import load, nf4_config
 from poros.trainer import add_adapter, build_trainer
 
 STEPS = 5
-CPU = torch.device("cpu")
 
 
 def rows(count: int, length: int) -> Dataset:
@@ -79,7 +78,7 @@ def adapter(base: Any, config: RunConfig) -> PeftModel:
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             with torch.no_grad():
-                parameter.normal_(std=0.02, generator=generator)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
     # In eval mode bitsandbytes would repack the weights of the CPU reference, with rounding.
     return model.train()
 
@@ -87,14 +86,14 @@ def adapter(base: Any, config: RunConfig) -> PeftModel:
 def reference(config: RunConfig) -> PeftModel:
     quantised = {"quantization_config": nf4_config()} if config.quantization == "nf4" else {}
     base = AutoModelForCausalLM.from_pretrained(
-        config.model, dtype=torch.bfloat16, device_map={"": "cpu"}, **quantised
+        config.model, dtype=torch.bfloat16, device_map={"": config.device}, **quantised
     )
     return adapter(base, config)
 
 
 def streaming(config: RunConfig, slots: int, **settings: Any) -> PeftModel:
-    base = load(config.model, quantization=config.quantization, device="cpu")
-    return poros.stream(adapter(base, config), slots, device="cpu", **settings)
+    base = load(config.model, quantization=config.quantization, device=config.device)
+    return poros.stream(adapter(base, config), slots, device=config.device, **settings)
 
 
 def train(model: PeftModel, config: RunConfig, folder: Path, length: int = 24) -> Trace:
@@ -106,7 +105,7 @@ def train(model: PeftModel, config: RunConfig, folder: Path, length: int = 24) -
         output=str(folder),
         train_data=rows(STEPS * config.batch_size * config.gradient_accumulation_steps, length),
         eval_data=None,
-        device=CPU,
+        device=torch.device(config.device),
         callbacks=[watch],
     )
     trainer.train()

@@ -2,8 +2,11 @@
 
 The tensors of the call (the hidden state above all) are saved by the autograd function itself. Here
 are the two states around it: the random number generators, for dropout, and autocast. Both are put
-back as `torch.utils.checkpoint` does. Autocast's weight cache is off in either direction: a forward
-without a graph would leave casts in it that cut the graph of a recomputation in the same context.
+back as `torch.utils.checkpoint` does.
+
+Autocast keeps the cast of a weight for its next use in the same context, and then adds the
+gradients of both uses in the lower precision. A recomputation must do the same, but share no cast
+with anything outside it: the forward, which has no graph, would leave casts that cut the graph.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ class Boundary:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", device.type}
         ]
+        self._cache = torch.is_autocast_cache_enabled()
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -34,7 +38,9 @@ class Boundary:
             with ExitStack() as stack:
                 for kind, enabled, dtype in self._autocast:
                     stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+                        torch.autocast(
+                            kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache
+                        )
                     )
                 stack.enter_context(torch.enable_grad())
                 yield
@@ -44,7 +50,7 @@ class Boundary:
 
 @contextmanager
 def no_cast_cache() -> Iterator[None]:
-    """Autocast as it is around, without its weight cache."""
+    """Autocast as it is around, but neither reading nor leaving casts in its cache."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
