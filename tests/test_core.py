@@ -289,6 +289,43 @@ def test_what_would_cut_the_graph_is_refused() -> None:
         assert state is not None and not any(slot.reading for slot in state.stream.slots)
 
 
+class Choosing(Layer):
+    """Computes otherwise where no gradient is needed, as attention kernels do."""
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        y = super().forward(x)
+        return y if torch.is_grad_enabled() and y.requires_grad else y * 1.5
+
+
+def test_the_forward_runs_the_kernels_of_a_run_with_gradients() -> None:
+    model, twin = pair(Choosing)
+    assert_same(model, twin, torch.randn(3, 4))
+    x = torch.randn(3, 4)
+    assert torch.equal(model(x), twin(x))
+    with torch.no_grad():
+        assert torch.equal(model(x), twin(x))
+
+
+def test_a_tensor_that_escapes_a_block_into_the_loss_is_refused() -> None:
+    class Inside(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(4, 2).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+            return super().forward(x) * self.router(x).sum()
+
+    model, _ = pair(Inside)
+    seen: list[torch.Tensor] = []
+    for layer in model.layers:
+        layer.router.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    loss = model(torch.randn(3, 4)).sum()
+    assert len(seen) == 4
+    loss.backward(retain_graph=True)  # only looked at, they do no harm
+    with pytest.raises(StreamError, match=r"block 3 \(Inside\): a tensor from inside it"):
+        (loss + seen[3].sum()).backward()
+
+
 class Failing(Layer):
     fail = True
 
@@ -343,6 +380,8 @@ def test_autocast_shares_casts_as_an_ordinary_graph_does(
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = one(x).square().sum()
             if inside:
+                with torch.no_grad():  # leaves casts without a graph in this context
+                    _ = [x @ layer.adapter for layer in one.layers]
                 loss.backward()
         if not inside:
             loss.backward()

@@ -9,6 +9,7 @@ long reads another block's bytes without a word ([Note: visit] in `poros.core`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ class Block:
         call = _Call(self, args, kwargs)
         trainable = [p for p in self.layer.parameters() if p.requires_grad]
         if not any(tensor.requires_grad for tensor in [*call.tensors, *trainable]):
-            with self.visit(Phase.FORWARD), torch.no_grad():
+            with self.visit(Phase.FORWARD):
                 return self.inner(*args, **kwargs)
         return call.pack(_Visit.apply(call, *call.tensors, *trainable))  # type: ignore[no-untyped-call]
 
@@ -165,22 +166,35 @@ class _Call:
         parts = [t.split(self.chunk) if self.splits(t) else [t] * count for t in tensors]
         return [list(row) for row in zip(*parts, strict=True)]
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], pytree.TreeSpec]:
-        """The layer on one chunk: flat outputs and their structure."""
-        given = iter(tensors)
-        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.leaves]
+    def run(self, tensors: Sequence[torch.Tensor], needs: Sequence[bool], gate: str = "") -> _Run:
+        """The layer on one chunk, with its graph from fresh inputs that need gradients as told.
+
+        A backward that comes out of the graph at its inputs is an error with the text `gate`.
+        """
+        fresh = [t.detach().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
+        # What enters a block is no leaf in an ordinary graph, and autocast tells them apart.
+        entering = iter(
+            [_Gate.apply(t, gate) if t.requires_grad else t for t in fresh]  # type: ignore[no-untyped-call]
+        )
+        leaves = [next(entering) if leaf is _TENSOR else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        versions = [tensor._version for tensor in tensors]
-        outputs, spec = pytree.tree_flatten(self.block.inner(*args, **kwargs))
-        if versions != [tensor._version for tensor in tensors]:
+        versions = [tensor._version for tensor in fresh]
+        try:
+            result = self.block.inner(*args, **kwargs)
+        except RuntimeError as error:
+            if "in-place" not in str(error) and "inplace" not in str(error):
+                raise
+            raise ModelError(f"{self.block} writes into its input: {error}") from error
+        if versions != [tensor._version for tensor in fresh]:
             raise ModelError(f"{self.block} writes into its input, so it cannot be recomputed")
         after, after_spec = pytree.tree_flatten((args, kwargs), is_leaf=_is_cache)
         if after_spec != self.spec or any(a is not b for a, b in zip(after, leaves, strict=True)):
             raise ModelError(f"{self.block} writes into a list or dict it is passed: not followed")
+        outputs, spec = pytree.tree_flatten(result)
         hiding = [type(leaf).__name__ for leaf in outputs if _hidden_tensors(leaf)]
         if hiding:
             raise ModelError(f"{self.block} returns a {hiding[0]}, which hides its tensors")
-        return outputs, spec
+        return _Run(fresh, outputs, spec)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """One output, or the gradient of one split argument, from its chunks."""
@@ -199,6 +213,34 @@ class _Call:
         return pytree.tree_unflatten(leaves, self.result_spec)
 
 
+@dataclass
+class _Run:
+    """The layer on one chunk: its fresh inputs, and its result as flat leaves of a structure."""
+
+    inputs: list[torch.Tensor]
+    leaves: list[Any]
+    spec: pytree.TreeSpec
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+
+class _Gate(torch.autograd.Function):
+    """The way into a block's graph. A forward's graph is dropped, so nothing may come back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, closed: str) -> torch.Tensor:
+        ctx.closed = closed
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.closed:
+            raise StreamError(ctx.closed)
+        return gradient, None
+
+
 class _Visit(torch.autograd.Function):
     """A block's call. Inputs: the tensors of the call, then the block's trainable parameters."""
 
@@ -211,13 +253,25 @@ class _Visit(torch.autograd.Function):
         ctx.versions = [parameter._version for parameter in ctx.trainable]
         ctx.call, ctx.boundary = call, Boundary(call.block.stream.device)
         ctx.set_materialize_grads(False)
-        with call.block.visit(Phase.FORWARD), no_cast_cache():
-            runs = [call.run(chunk) for chunk in call.chunks(tensors)]
-        leaves, call.result_spec = runs[0]
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        call.result = [_TENSOR if i in places else leaf for i, leaf in enumerate(leaves)]
-        outputs = tuple(call.join([run[0][i] for run in runs]) for i in places)
-        ctx.mark_non_differentiable(*[out for out in outputs if not out.is_floating_point()])
+        needs = ctx.needs_input_grad[1 : 1 + len(tensors)]
+        parts: list[list[torch.Tensor]] = []
+        # With a graph, dropped at once: some kernels are chosen by whether gradients are needed.
+        with call.block.visit(Phase.FORWARD), no_cast_cache(), torch.enable_grad():
+            for chunk in call.chunks(tensors):
+                run = call.run(
+                    chunk,
+                    needs,
+                    f"{call.block}: a tensor from inside it (router logits, attentions?) takes part"
+                    " in the loss, but its graph ended with the visit: leave it out of the loss, or"
+                    " call poros.unstream(model)",
+                )
+                parts.append([output.detach() for output in run.outputs])
+                fixed = [not output.requires_grad for output in run.outputs]
+                call.result_spec = run.spec
+                call.result = [_TENSOR if isinstance(x, torch.Tensor) else x for x in run.leaves]
+                del run
+        outputs = tuple(call.join(part) for part in zip(*parts, strict=True))
+        ctx.mark_non_differentiable(*[out for out, f in zip(outputs, fixed, strict=True) if f])
         return outputs
 
     @staticmethod
@@ -227,52 +281,42 @@ class _Visit(torch.autograd.Function):
         if ctx.versions != [parameter._version for parameter in trainable]:
             raise StreamError(f"{call.block}: an adapter changed between forward and backward")
         needs = ctx.needs_input_grad[1 : 1 + len(tensors)]
-        parts: list[list[torch.Tensor]] = [[] for _ in tensors]
+        parts: list[list[torch.Tensor | None]] = []
         sums: list[torch.Tensor | None] = [None] * len(trainable)
         starts = [0] * len(gradients)
         with call.block.visit(Phase.BACKWARD), ctx.boundary.replay():
             for chunk in call.chunks(tensors):
-                fresh = [
-                    tensor.detach().requires_grad_(need)
-                    for tensor, need in zip(chunk, needs, strict=True)
-                ]
-                # What enters a block is no leaf in an ordinary graph: autocast tells them apart.
-                entering = [t.view_as(t) if t.requires_grad else t for t in fresh]
                 torch.clear_autocast_cache()
-                outputs = [leaf for leaf in call.run(entering)[0] if isinstance(leaf, torch.Tensor)]
-                roots, seeds = [], []
-                for i, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
-                    if gradient is not None and output.requires_grad:
-                        roots.append(output)
-                        end = starts[i] + (len(output) if call.chunk else 0)
-                        seeds.append(gradient[starts[i] : end] if call.chunk else gradient)
-                        starts[i] = end
-                wanted = [tensor for tensor in fresh if tensor.requires_grad]
-                if not roots:
-                    continue
-                found = torch.autograd.grad(roots, [*wanted, *trainable], seeds, allow_unused=True)
-                given = iter(found)
-                for part, tensor in zip(parts, fresh, strict=True):
-                    if tensor.requires_grad and (one := next(given)) is not None:
-                        part.append(one)
-                sums = [_add(total, one) for total, one in zip(sums, given, strict=True)]
-                torch.clear_autocast_cache()
-                del (
-                    entering,
-                    outputs,
-                    roots,
-                    seeds,
-                    found,
-                    fresh,
-                    wanted,
-                )  # one chunk's graph at a time
+                found = _differentiate(call.run(chunk, needs), trainable, gradients, starts)
+                parts.append(found[: len(tensors)])
+                sums = [_add(*pair) for pair in zip(sums, found[len(tensors) :], strict=True)]
         merged: list[torch.Tensor | None] = []
-        for tensor, part in zip(tensors, parts, strict=True):
-            total = call.join(part) if part and call.splits(tensor) else None
-            for one in part if total is None else ():
-                total = _add(total, one)
-            merged.append(total)
+        for tensor, part in zip(tensors, zip(*parts, strict=True), strict=True):
+            rows = call.splits(tensor) and part[0] is not None
+            merged.append(call.join(part) if rows else functools.reduce(_add, part))
         return (None, *merged, *sums)
+
+
+def _differentiate(
+    run: _Run,
+    trainable: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    starts: list[int],
+) -> list[torch.Tensor | None]:
+    """Gradients of a chunk's inputs, then of the trainable parameters; frees the chunk's graph.
+
+    `starts` holds the first row of this chunk in each of `gradients`, and moves on to the next.
+    """
+    roots, seeds = [], []
+    for i, (output, gradient) in enumerate(zip(run.outputs, gradients, strict=True)):
+        if gradient is not None and output.requires_grad:
+            roots.append(output)
+            whole = output.shape == gradient.shape
+            seeds.append(gradient if whole else gradient[starts[i] : starts[i] + len(output)])
+            starts[i] += 0 if whole else len(output)
+    wanted = [tensor for tensor in [*run.inputs, *trainable] if tensor.requires_grad]
+    found = iter(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else ())
+    return [next(found, None) if t.requires_grad else None for t in [*run.inputs, *trainable]]
 
 
 def _add(total: torch.Tensor | None, one: torch.Tensor | None) -> torch.Tensor | None:

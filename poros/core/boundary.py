@@ -45,6 +45,7 @@ class Boundary:
                 stack.enter_context(torch.enable_grad())
                 yield
         finally:
+            torch.clear_autocast_cache()
             _set_random_state(self._device, present)
 
 
