@@ -12,7 +12,7 @@ $(shell $(BIN)/pip --version >/dev/null 2>&1 || rm -f $(READY))
 # No target may need the network once the environment stands.
 export HF_HUB_OFFLINE := 1
 
-.PHONY: demo test lint
+.PHONY: demo test lint docs bench
 
 # Convert the packaged weights once, then fine-tune them. The output of an earlier demo goes.
 demo: $(READY)
@@ -28,6 +28,18 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The tables and the command line of the documentation; a test finds what is out of date.
+docs: $(READY)
+	$(BIN)/python docs/generate.py
+
+# Measure every figure of the documentation again, in some minutes: a CUDA device with 40 GB free.
+bench: $(READY)
+	$(BIN)/poros bench --device cuda --slots 2 --slots 4 \
+		--json docs/validation/bench/qwen2.5-7b.json
+	$(BIN)/python -m benchmarks.parity --device cuda --slots 2 4 --steps 20 --self-check \
+		--out docs/validation/parity/qwen2.5-7b.json
+	$(MAKE) docs
 
 # The mark is the last thing written and the first removed. Without it nothing in .venv is trusted;
 # with an older one, pip only brings it up to date.

@@ -22,6 +22,9 @@ _API = ("PorosTrainer", "load", "stream", "unstream")
 def __getattr__(name: str) -> Any:
     if name not in _API:
         raise AttributeError(f"module 'poros' has no attribute {name!r}")
+    from poros.hardware import require_packages
+
+    require_packages()
     from poros import api
 
     return getattr(api, name)

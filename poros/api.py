@@ -2,37 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from rich.console import Console
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from poros.checkpoint import RunFolder
 from poros.config import RunConfig, make_config
 from poros.core.attach import Streamed, attach, detach, find_blocks, streamed
-from poros.data import check_trainable, ensure_chat_template, load_rows, split_eval
-from poros.errors import ModelError, PorosError, PorosOOMError
-from poros.loader import load, pick_device
+from poros.data import DataSummary, check_trainable, ensure_chat_template, load_rows, split_eval
+from poros.errors import ConfigError, ModelError, PorosError
+from poros.loader import load, load_tokenizer, memory_errors, pick_device
 from poros.plan import CPU_SLOTS, Plan, make_plan
 from poros.report import Progress, peak_memory
 from poros.shapes import read_model_shape
-from poros.trainer import StopOnSignal, add_adapter, answer, build_trainer, compute_dtype
+from poros.trainer import (
+    StopOnSignal,
+    add_adapter,
+    answer,
+    build_trainer,
+    check_names,
+    compute_dtype,
+    own_forward,
+)
 from poros.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
     from trl import SFTTrainer
 
 __all__ = ["PorosTrainer", "load", "stream", "train", "unstream"]
 
 Model = TypeVar("Model", bound=nn.Module)
+
+# What the model in a PorosTrainer was made with: `train` cannot change it.
+_OF_THE_MODEL = (
+    *("model", "revision", "trust_remote_code", "quantization", "nf4_load_strategy", "device"),
+    *("lora_rank", "lora_alpha", "lora_dropout", "target_modules"),
+)
+# What `train` decides when it streams the model, so the first time only.
+_OF_THE_STREAM = ("block_size", "vram")
 
 
 def stream(
@@ -47,7 +64,7 @@ def stream(
 
     From here on the blocks' frozen tensors lie in host memory and visit `device` through
     `block_size` slots; everything else is on `device`. Losses, gradients and adapters are bit for
-    bit those of the resident model.
+    bit those of the resident model. What was not done as asked is a warning.
 
     Args:
         model: what `get_peft_model` returned; it keeps its classes, names and keys.
@@ -58,33 +75,45 @@ def stream(
         poison: debugging: overwrite each slot behind its visit, so that a read outside it shows.
 
     Raises:
-        ModelError: no block list that Poros knows, an int8 base, or a model streamed already.
+        ModelError: no block list that Poros knows, an int8 base, nothing frozen in the blocks, or
+            a model streamed already.
+        HardwareError: CUDA was asked for and is not there.
         PorosError: `block_size` or `micro_rows` below 1.
         PorosOOMError: the slots or what stays resident do not fit.
     """
-    target = pick_device(device)
-    _, layers = find_blocks(model)
+    state = _stream(model, block_size, micro_rows, pick_device(device), poison)
+    for note in state.notes:
+        warnings.warn(note, stacklevel=2)
+    return model
+
+
+def _stream(
+    model: nn.Module,
+    block_size: int | Literal["auto"],
+    micro_rows: int | None,
+    device: torch.device,
+    poison: bool = False,
+) -> Streamed:
     if block_size != "auto" and (not isinstance(block_size, int) or block_size < 1):
         raise PorosError(f"block_size must be 1 or more, or 'auto', but is {block_size!r}")
     if micro_rows is not None and micro_rows < 1:
         raise PorosError(f"micro_rows must be 1 or more, but is {micro_rows!r}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        model.requires_grad_(False)
-    with _memory_errors(target):
-        state = attach(
-            model,
-            _slots if block_size == "auto" else min(block_size, len(layers)),
-            device=target,
-            micro_rows=micro_rows,
-            poison=poison,
+    name, layers = find_blocks(model)
+    if all(parameter.requires_grad for parameter in layers.parameters()):
+        raise ModelError(
+            f"nothing would stream: every parameter of {name} is trainable; wanted a frozen base:"
+            " add an adapter with get_peft_model, or call model.requires_grad_(False)"
         )
+    num_slots = _slots if block_size == "auto" else min(block_size, len(layers))
+    with memory_errors(device, "streaming the model"):
+        state = attach(model, num_slots, device=device, micro_rows=micro_rows, poison=poison)
     if block_size != "auto" and block_size > len(layers):
         state.notes.append(
-            f"block_size {block_size} is more than the model has: all {len(layers)} blocks stay"
+            f"block_size {block_size} is more than the {len(layers)} blocks of the model: all stay"
         )
-    if "page-locked" not in state.store.reason[:12] and target.type == "cuda":
-        state.notes.append(f"host memory is {state.store.reason}")
-    return model
+    if device.type == "cuda" and state.store.pinned_bytes < state.store.nbytes:
+        state.notes.append(f"the base is in {state.store.reason}")
+    return state
 
 
 def _slots(block_bytes: int, num_blocks: int, device: torch.device) -> int:
@@ -105,7 +134,7 @@ def unstream(model: Model) -> Model:
     state = streamed(model)
     if state is None:
         raise ModelError("the model is not streamed: there is nothing to undo")
-    with _memory_errors(state.stream.device):
+    with memory_errors(state.stream.device, "putting the base on the device"):
         detach(model)
     return model
 
@@ -113,7 +142,8 @@ def unstream(model: Model) -> Model:
 class PorosTrainer:
     """LoRA fine-tuning of a streamed base: `from_pretrained`, `train`, `save`.
 
-    Settings are those of the run file (`RunConfig`), with `seq_len` for `max_seq_length`.
+    Settings are those of the run file (`RunConfig`), with `seq_len` for `max_seq_length`. `model`
+    is the PEFT model; it streams from the first `train` on.
     """
 
     def __init__(
@@ -143,21 +173,21 @@ class PorosTrainer:
         settings = {"model": model, **settings}
         config = make_config({"data": "given to train()", **settings})
         device = pick_device(config.device)
-        tokenizer = _load_tokenizer(config)
+        source = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        tokenizer = load_tokenizer(config.model, **source)
         base = load(
             config.model,
             quantization=config.quantization,
             nf4_load_strategy=config.nf4_load_strategy,
             device=device,
             dtype=compute_dtype(device)[0],
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
+            **source,
         )
         return cls(add_adapter(base, config), tokenizer, settings, console=console)
 
     def train(
         self,
-        data: str | Dataset,
+        data: str | Path | Dataset,
         *,
         steps: int | None = None,
         seq_len: int | None = None,
@@ -165,51 +195,63 @@ class PorosTrainer:
     ) -> dict[str, float]:
         """Fine-tune on `data` (as `RunConfig.data`, or a `datasets.Dataset` of the same columns).
 
-        Checkpoints and logs go to `output` if it is given. Returns the trainer's metrics and,
-        where rows are held out, `eval_loss_before` and `eval_loss`.
+        Checkpoints and logs go to `output` if it is given. Called again, it goes on with the
+        adapter as it is, under a new optimizer. Returns the trainer's metrics and, where rows are
+        held out, `eval_loss_before` and `eval_loss`.
 
         Raises:
             ConfigError, DataError, OutputError, PorosOOMError: before the first step.
         """
         given = {"steps": steps, "seq_len": seq_len, **settings}
         given = {key: value for key, value in given.items() if value is not None}
-        name = data if isinstance(data, str) else "a datasets.Dataset"
+        fixed = [*_OF_THE_MODEL, *(_OF_THE_STREAM if streamed(self.model) is not None else ())]
+        late = [key for key in given if key in fixed]
+        if late:
+            raise ConfigError(
+                f"{', '.join(late)}: decided already for this model; give it to from_pretrained"
+            )
+        name = str(data) if isinstance(data, str | Path) else "a datasets.Dataset"
         config = make_config({**self._settings, **given, "data": name})
+        check_names(config)
         folder = RunFolder(config) if "output" in {**self._settings, **given} else None
         resume = folder.open() if folder is not None else None
-        rows = _Rows.of(config, self.tokenizer, data)
+        rows = _Rows(config, self.tokenizer, data)
         return self._run(config, rows, folder, resume)
 
     def save(self, path: str | Path) -> None:
-        """Write the adapter and the tokenizer as PEFT and transformers do."""
+        """Write the adapter and the tokenizer as PEFT and transformers do.
+
+        The loaded model gives the same bits as this one under bf16 autocast, as in training.
+        Without autocast, the adapter of an nf4 base, which is trained in bf16, needs
+        `PeftModel.from_pretrained(..., autocast_adapter_dtype=False)`: PEFT makes it float32.
+        """
         self.model.save_pretrained(str(path))
         self.tokenizer.save_pretrained(str(path))
 
     def _run(
-        self, config: RunConfig, rows: _Rows, folder: RunFolder | None, resume: Path | None
+        self,
+        config: RunConfig,
+        rows: _Rows,
+        folder: RunFolder | None,
+        resume: Path | None,
+        plan: Plan | None = None,
     ) -> dict[str, float]:
-        device = pick_device(config.device)
-        if streamed(self.model) is None and config.quantization != "int8":
-            self.plan = plan_run(config, device)
-            self._say("\n".join(self.plan.lines()))
-            stream(
-                self.model,
-                self.plan.num_slots,
-                micro_rows=config.micro_rows,
-                device=device,
-            )
-        elif config.quantization == "int8":
-            self._say("int8 does not stream: the whole base is on the device")
-        state = streamed(self.model)
-        adapter_bytes = sum(
-            p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad
-        )
+        device, state = pick_device(config.device), streamed(self.model)
+        if plan is None:
+            plan = plan_run(config, device, state)
+            _say(self._console, *plan.lines())
+        self.plan = plan
+        if config.quantization == "int8":
+            _say(self._console, "int8 does not stream: the whole base is on the device")
+        elif state is None:
+            state = _stream(self.model, plan.num_slots, config.micro_rows, device)
+            _say(self._console, *(f"note: {note}" for note in state.notes))
+        for block in state.blocks if state is not None else ():
+            block.micro_rows = config.micro_rows
         stop = StopOnSignal()
-        with tempfile.TemporaryDirectory() as temporary:
-            output = str(folder.path) if folder is not None else temporary
-            progress = Progress(
-                self._console, device, state, folder.path if folder is not None else None
-            )
+        progress = Progress(self._console, device, state, folder.path if folder else None)
+        with tempfile.TemporaryDirectory() as temporary, own_forward(self.model):
+            # The trainer makes its folder when it is built: the run's own only once all is checked.
             trainer = build_trainer(
                 self.model,
                 self.tokenizer,
@@ -220,15 +262,17 @@ class PorosTrainer:
                 device=device,
                 callbacks=[progress, stop],
             )
-            self._say(str(rows.check(trainer, self.tokenizer, config)))
+            found = rows.check(trainer, self.tokenizer, config.max_seq_length)
+            _say(self._console, *found)
             if folder is not None:
-                folder.check_space(adapter_bytes)
-                folder.start(self._choices(config, device, state))
-            trainer.args.output_dir = output
+                folder.check_space(4 * plan.trainable_params)
+                folder.start(_choices(device, plan, state), found)
+                trainer.args.output_dir = str(folder.path)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
             try:
-                with _memory_errors(device, self.plan), stop.listening():
+                guard = folder.disk_errors() if folder is not None else contextlib.nullcontext()
+                with guard, memory_errors(device, "training", plan), stop.listening():
                     return self._fit(trainer, config, folder, resume, stop)
             finally:
                 progress.close()
@@ -242,85 +286,76 @@ class PorosTrainer:
         stop: StopOnSignal,
     ) -> dict[str, float]:
         results: dict[str, float] = {}
-        evaluates = trainer.eval_dataset is not None
         if resume is not None:
-            self._say(f"resuming from {resume}")
-        elif evaluates:
+            _say(self._console, f"resuming from {resume}")
+        elif trainer.eval_dataset is not None:
             results["eval_loss_before"] = float(trainer.evaluate()["eval_loss"])
-            self._say(f"held-out loss before: {results['eval_loss_before']:.4f}")
+            _say(self._console, f"held-out loss before: {results['eval_loss_before']:.4f}")
         if config.prompt is not None and resume is None:
             self._answer("before", config.prompt)
         if stop.stopped:
             raise KeyboardInterrupt
         result = trainer.train(resume_from_checkpoint=str(resume) if resume is not None else None)
         results |= {key: float(value) for key, value in result.metrics.items()}
-        if stop.stopped and trainer.state.global_step < trainer.state.max_steps:
-            where = f"checkpoint in {folder.path}" if folder is not None else "nothing was kept"
-            self._say(
-                f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; {where}"
-                + ("\nresume: run the same command again" if folder is not None else "")
-            )
+        state = trainer.state
+        if stop.stopped and state.global_step < state.max_steps:
+            kept = "nothing was kept: no output was given"
+            if folder is not None:
+                kept = f"checkpoint in {folder.path}\nresume: run the same command again"
+            at = f"step {state.global_step} of {state.max_steps}"
+            _say(self._console, f"stopped at {at}; {kept}")
             raise KeyboardInterrupt
-        if evaluates:
+        if folder is not None:  # before anything else can be interrupted
+            self.save(folder.path)
+            folder.finish(results)
+            _say(self._console, f"adapter: {folder.path}")
+        if trainer.eval_dataset is not None:
             results["eval_loss"] = float(trainer.evaluate()["eval_loss"])
-            self._say(f"held-out loss after: {results['eval_loss']:.4f}")
+            _say(self._console, f"held-out loss after: {results['eval_loss']:.4f}")
         if config.prompt is not None:
             self._answer("after", config.prompt)
         what, peak = peak_memory(trainer.args.device)
         results["peak_gib"] = peak
-        planned = (
-            f" (planned {format_bytes(self.plan.peak_bytes)})"
-            if self.plan and what == "VRAM"
-            else ""
-        )
-        self._say(f"peak {what} {peak:.2f} GiB{planned}")
+        assert self.plan is not None
+        planned = self.plan.peak_bytes if what == "VRAM" else self.plan.host_bytes
+        _say(self._console, f"peak {what}: {peak:.2f} GiB, predicted {format_bytes(planned)}")
         if folder is not None:
-            self.save(folder.path)
             folder.finish(results)
-            self._say(f"adapter: {folder.path}")
         return results
 
     def _answer(self, when: str, prompt: str) -> None:
-        self._say(f"{when}: {prompt}\n  {answer(self.model, self.tokenizer, prompt)}")
-
-    def _choices(
-        self, config: RunConfig, device: torch.device, state: Streamed | None
-    ) -> dict[str, Any]:
-        return {
-            "device": str(device),
-            "compute_dtype": compute_dtype(device)[1],
-            "slots": self.plan.slots_reason if self.plan is not None else None,
-            "host_memory": state.store.reason if state is not None else None,
-            "notes": state.notes if state is not None else [],
-            "plan": self.plan.to_dict() if self.plan is not None else None,
-        }
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        _say(self._console, f"{when}: {prompt}\n  {answer(self.model, self.tokenizer, prompt)}")
 
 
-def plan_run(config: RunConfig, device: torch.device) -> Plan:
-    """The plan of a run on this machine.
+def plan_run(config: RunConfig, device: torch.device, state: Streamed | None = None) -> Plan:
+    """The plan of a run on this machine, for a model that is streamed already if `state` says so.
 
     Raises:
+        ConfigError: `target_modules` matches nothing.
+        ModelError: the model's shape cannot be read.
         PorosOOMError: it does not fit; says what would.
     """
+    options = config.plan_options()
     limit = parse_size(config.vram) if config.vram is not None else None
+    if state is not None:
+        options["block_size"] = state.stream.num_slots
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free += torch.cuda.memory_reserved(device)
+        if state is None:  # else what the process holds is the model, which is in the plan
+            free -= torch.cuda.memory_allocated(device)
         limit = min(limit, free) if limit is not None else free
     return make_plan(
         read_model_shape(config.model, config.revision),
         vram_bytes=limit,
         device="cuda" if device.type == "cuda" else "cpu",
         context_bytes=0,
-        **config.plan_options(),
+        **options,
     )
 
 
 def train(config: RunConfig, console: Console | None = None) -> dict[str, float]:
-    """Do what a run file says: check, load, plan, stream, train, save; resumes a stopped run.
+    """Do what a run file says: check, plan, load, stream, train, save; resumes a stopped run.
 
     Nothing is written before every check has passed and the model is loaded.
 
@@ -328,83 +363,84 @@ def train(config: RunConfig, console: Console | None = None) -> dict[str, float]
         PorosError: any mistake of the run file, the data, the model or the machine.
         KeyboardInterrupt: stopped by the user; a checkpoint was kept if a step had been made.
     """
+    console = console or Console()
     folder = RunFolder(config)
     resume = folder.open()
-    pick_device(config.device)
-    tokenizer = _load_tokenizer(config)
-    rows = _Rows.of(config, tokenizer, config.data)
+    check_names(config)
+    device = pick_device(config.device)
+    tokenizer = load_tokenizer(
+        config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
+    )
+    rows = _Rows(config, tokenizer, config.data)
+    plan = None
+    try:
+        plan = plan_run(config, device)
+    except ModelError:
+        # The shape of a rare family is told by its checkpoint alone, which is not here yet.
+        if Path(config.model).is_dir():
+            raise
+    if plan is not None:
+        _say(console, *plan.lines())
+        folder.check_space(4 * plan.trainable_params)
     settings = config.model_dump(exclude={"data"})
     trainer = PorosTrainer.from_pretrained(console=console, **settings)
-    return trainer._run(config, rows, folder, resume)
+    return trainer._run(config, rows, folder, resume, plan)
 
 
 class _Rows:
     """The data of a run and what was found about it."""
 
-    def __init__(self, train: Dataset, held_out: Dataset | None, summary: Any) -> None:
-        self.train, self.held_out, self.summary = train, held_out, summary
-
-    @classmethod
-    def of(
-        cls, config: RunConfig, tokenizer: PreTrainedTokenizerBase, data: str | Dataset
-    ) -> _Rows:
-        if isinstance(data, str):
-            rows, summary = load_rows(data, split=config.data_split, data_format=config.data_format)
+    def __init__(
+        self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, data: str | Path | Dataset
+    ) -> None:
+        kind = config.data_format
+        if isinstance(data, str | Path):
+            self.train, self.summary = load_rows(
+                str(data), split=config.data_split, data_format=kind
+            )
         else:
-            rows, summary = data, None
-        held_out = None
+            with tempfile.TemporaryDirectory() as temporary:
+                path = str(Path(temporary) / "dataset.parquet")
+                data.to_parquet(path)
+                self.train, self.summary = load_rows(path, data_format=kind)
+            self.summary = dataclasses.replace(self.summary, source="dataset")
+        self.held_out: Dataset | None = None
+        self.held_summary: DataSummary | None = None
         if config.eval_data is not None:
-            held_out, _ = load_rows(config.eval_data, data_format=config.data_format)
+            self.held_out, self.held_summary = load_rows(config.eval_data, data_format=kind)
         elif config.eval_rows:
-            rows, held_out = split_eval(rows, config.eval_rows, config.seed)
-        for part in (rows, held_out):
+            self.train, self.held_out = split_eval(self.train, config.eval_rows, config.seed)
+            self.held_summary = dataclasses.replace(
+                self.summary, source=f"held out of {self.summary.source}", notes=()
+            )
+        for part in (self.train, self.held_out):
             if part is not None:
                 ensure_chat_template(tokenizer, part)
-        return cls(rows, held_out, summary)
 
     def check(
-        self, trainer: SFTTrainer, tokenizer: PreTrainedTokenizerBase, config: RunConfig
-    ) -> Any:
-        if self.summary is None:
-            return f"{len(self.train)} rows"
-        return check_trainable(
-            trainer.train_dataset, self.train, self.summary, tokenizer, config.max_seq_length
-        )
+        self, trainer: SFTTrainer, tokenizer: PreTrainedTokenizerBase, length: int
+    ) -> list[str]:
+        """Lines about what TRL made of the rows."""
+        parts = [(trainer.train_dataset, self.train, self.summary)]
+        if self.held_out is not None and self.held_summary is not None:
+            parts.append((trainer.eval_dataset, self.held_out, self.held_summary))
+        return [
+            str(check_trainable(prepared, rows, summary, tokenizer, length))
+            for prepared, rows, summary in parts
+        ]
 
 
-def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(
-            f"model {config.model}: its tokenizer cannot be loaded: {first} (wanted: a hub id or a"
-            " folder with tokenizer files; offline, only what is in the cache or in a folder)"
-        ) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
+def _choices(device: torch.device, plan: Plan, state: Streamed | None) -> dict[str, Any]:
+    return {
+        "device": str(device),
+        "compute_dtype": compute_dtype(device)[1],
+        "slots": plan.slots_reason,
+        "host_memory": state.store.reason if state is not None else None,
+        "notes": state.notes if state is not None else [],
+        "plan": plan.to_dict(),
+    }
 
 
-@contextmanager
-def _memory_errors(device: torch.device, plan: Plan | None = None) -> Iterator[None]:
-    """Turn CUDA's out-of-memory into `PorosOOMError` with the sizes that are known."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        raise PorosOOMError(
-            f"CUDA ran out of memory: {str(error).splitlines()[0]}",
-            needed=plan.peak_bytes if plan is not None else None,
-            free=free + torch.cuda.memory_allocated(device) if plan is not None else None,
-            terms={
-                **(plan.terms if plan is not None else {}),
-                "in use by this process": torch.cuda.memory_allocated(device),
-                "free on the card": free,
-                "size of the card": total,
-            },
-            advice="halve block_size (4 -> 2 -> 1), then shorten max_seq_length, then lower"
-            " lora_rank; close other programs that use the GPU",
-        ) from error
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

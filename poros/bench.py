@@ -25,6 +25,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from poros import validation
@@ -46,12 +47,15 @@ def model_config(shape: str | Mapping[str, Any], num_blocks: int | None = None) 
     """The config of a `KNOWN_MODELS` name, or `shape` itself, with `num_blocks` layers if given.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: an unknown name, or a config without what every shape has.
     """
     if isinstance(shape, str):
         if shape not in KNOWN_MODELS:
             raise ConfigError(f"shape {shape!r} is unknown; known: {', '.join(KNOWN_MODELS)}")
         shape = KNOWN_MODELS[shape]
+    needed = {"model_type", "num_hidden_layers", "vocab_size"}
+    if missing := needed - shape.keys():
+        raise ConfigError(f"the shape has no {', '.join(sorted(missing))}")
     return {**shape, **({} if num_blocks is None else {"num_hidden_layers": num_blocks})}
 
 
@@ -77,7 +81,10 @@ def random_model(
         raise ConfigError(f"quantization {quantization!r} is unknown here: use nf4 or bf16")
     place = torch.device("cpu") if host else device
     settings = model_config(shape, num_blocks)
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    family = settings.pop("model_type")
+    if family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(f"model_type {family!r} is no causal LM that transformers knows")
+    config = AutoConfig.for_model(family, **settings)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     quantizer = None
@@ -266,11 +273,11 @@ def bench(
         raise ConfigError(f"slots {wrong}: wanted 1 to {blocks}, the number of blocks")
     if num_steps < 1:
         raise ConfigError(f"num_steps: found {num_steps}, wanted at least 1")
-    wanted = [
+    wanted = dict.fromkeys(  # once, however often it was asked for
         (name, count)
         for name in programs
         for count in {"streamed": tuple(slots), "resident": (blocks,), "peft": (None,)}[name]
-    ]
+    )
     batches = {text: random_ids(text, shape, where) for text in tokens}
     common = {
         "model": shape if isinstance(shape, str) else "custom",

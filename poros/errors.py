@@ -50,8 +50,6 @@ class PorosOOMError(PorosError):
     `terms` maps the name of each part of the sum to its size in bytes.
     """
 
-    exit_code = 3
-
     def __init__(
         self,
         what: str,

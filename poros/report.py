@@ -54,17 +54,17 @@ class Progress(TrainerCallback):
         self._tokens = 0.0
         self._bytes = self._copied()
         if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live = Live(console=self._console, refresh_per_second=4)
             self._live.start()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Take the live line off the terminal."""
+        """Leave the live line as it is from here on."""
         self.close()
 
     def close(self) -> None:
-        """Take the live line off the terminal."""
+        """Leave the live line as it is from here on."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -84,7 +84,7 @@ class Progress(TrainerCallback):
                 self.close()
                 raise PorosError(
                     f"the loss became {logs['loss']} at step {state.global_step}; lower"
-                    " learning_rate, or set max_grad_norm, and start again from the last checkpoint"
+                    " learning_rate or max_grad_norm, and start again with another output"
                 )
             self._show(state, logs)
         elif "eval_loss" in logs and 0 < state.global_step < state.max_steps:
@@ -111,7 +111,7 @@ class Progress(TrainerCallback):
             f"loss {logs['loss']:.4f}",
             f"{(tokens - self._tokens) / seconds:,.0f} tok/s",
             f"{format_seconds(seconds / max(steps, 1))}/step",
-            f"ETA {format_seconds(left)}",
+            f"ETA {format_seconds(left) if left else '0s'}",
             f"peak {what} {peak:.2f} GiB",
         ]
         if self._streamed is not None:
@@ -124,7 +124,7 @@ class Progress(TrainerCallback):
         )
         line = "  ".join(parts)
         if self._live is not None:
-            self._live.update(Text(line))
+            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
         else:
             self._print(line)
 

@@ -6,6 +6,8 @@ only the loss is evaluated (`prediction_loss_only`), so evaluation does not eith
 
 from __future__ import annotations
 
+import difflib
+import os
 import signal
 import threading
 import warnings
@@ -74,6 +76,42 @@ def add_adapter(base: PreTrainedModel, config: RunConfig) -> PeftModel:
     return model
 
 
+def check_names(config: RunConfig) -> None:
+    """Check the settings that are names of transformers.
+
+    Raises:
+        ConfigError: an optimizer or a scheduler that transformers does not know.
+    """
+    faults = []
+    for key, value, names in (
+        ("optimizer", config.optimizer, [name.value for name in OptimizerNames]),
+        ("lr_scheduler", config.lr_scheduler, [name.value for name in SchedulerType]),
+    ):
+        if value not in names:
+            near = difflib.get_close_matches(value, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}"
+            faults.append(f"{key}: {value!r} is unknown to transformers; {hint}")
+    if faults:
+        raise ConfigError("\n".join(faults))
+
+
+class _Trainer(SFTTrainer):
+    """TRL's trainer, whose adapters keep their dtype when a run is resumed.
+
+    PEFT loads a checkpoint's adapters as float32, TRL trains those of a quantised base in bf16: a
+    resumed run would go on in another precision than it began.
+    """
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        model = self.model
+        assert model is not None
+        before = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad}
+        super()._load_from_checkpoint(*args, **kwargs)
+        for name, parameter in model.named_parameters():  # PEFT puts new ones in their places
+            if name in before:
+                parameter.data = parameter.data.to(before[name])
+
+
 def build_trainer(
     model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -85,21 +123,7 @@ def build_trainer(
     device: torch.device,
     callbacks: list[TrainerCallback],
 ) -> SFTTrainer:
-    """TRL's trainer for `config`; tokenises the data, moves nothing, trains nothing yet.
-
-    Raises:
-        ConfigError: an optimizer or scheduler name that transformers does not know.
-    """
-    faults = [
-        f"{key}: {value!r} is unknown to transformers; known: {', '.join(known)}"
-        for key, value, known in (
-            ("optimizer", config.optimizer, [name.value for name in OptimizerNames]),
-            ("lr_scheduler", config.lr_scheduler, [name.value for name in SchedulerType]),
-        )
-        if value not in known
-    ]
-    if faults:
-        raise ConfigError("\n".join(faults))
+    """TRL's trainer for `config`; tokenises the data, moves nothing, trains nothing yet."""
     dtype, _ = compute_dtype(device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -124,6 +148,7 @@ def build_trainer(
             # Each block recomputes inside its own visit already.
             gradient_checkpointing=config.quantization == "int8",
             logging_steps=config.log_steps,
+            logging_nan_inf_filter=False,  # it would log the mean of the losses before in its place
             save_strategy="steps" if config.save_steps else "no",
             save_steps=config.save_steps or 500,
             save_total_limit=2,
@@ -143,7 +168,7 @@ def build_trainer(
             text = model_config.get_text_config()
             if hasattr(text, "output_router_logits"):
                 args.router_aux_loss_coef = 0.0
-        trainer = SFTTrainer(
+        trainer = _Trainer(
             model=model,
             args=args,
             processing_class=tokenizer,
@@ -152,14 +177,22 @@ def build_trainer(
             callbacks=callbacks,
         )
     trainer.remove_callback(PrinterCallback)  # prints each log as a dict
+    if dtype is torch.float16:
+        # TRL has just made the adapters of a 4-bit base bf16, which loss scaling cannot handle.
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
     return trainer
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C ends the run behind the present step, with a checkpoint; a second one at once."""
+    """Ctrl-C ends the run behind the present step, with a checkpoint; a second one at once.
+
+    Outside of training, where there is nothing to keep, the first one ends an evaluation at once.
+    """
 
     def __init__(self) -> None:
-        self.stopped = False
+        self.stopped = self._training = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -178,6 +211,23 @@ class StopOnSignal(TrainerCallback):
         if self.stopped:
             raise KeyboardInterrupt
         self.stopped = True
+        if self._training:
+            # Not through the console, which may be in the middle of a line and would repeat it.
+            text = "stopping behind this step, with a checkpoint; once more: at once, without"
+            os.write(2, f"\n{text}\n".encode())
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """From here on there is something to keep."""
+        self._training = True
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """What was trained is the caller's to keep now."""
+        self._training = False
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        """End an evaluation before or after training if a signal came."""
+        if self.stopped and not self._training:
+            raise KeyboardInterrupt
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -187,6 +237,24 @@ class StopOnSignal(TrainerCallback):
             control.should_training_stop = True
             control.should_save = True
         return control
+
+
+@contextmanager
+def own_forward(model: PeftModel) -> Iterator[None]:
+    """Take off again what trainers put over a model's forward: autocast, TRL's fused head.
+
+    Left on, they would pile up from one training to the next, and `model(...)` would give other
+    numbers than `model.generate(...)`, which passes them by.
+    """
+    before = [(m, m.__dict__.get("forward")) for m in (model, model.get_base_model())]
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+        model.__dict__.pop("_original_forward", None)  # accelerate's
 
 
 def answer(

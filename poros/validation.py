@@ -149,7 +149,8 @@ def read(path: Path) -> dict[str, Any]:
 def table(rows: Iterable[Mapping[str, Any]], cases: Sequence[str], metrics: Sequence[str]) -> str:
     """A markdown table: a line for each combination of the `cases` keys, a column for each metric.
 
-    Lines keep the order of `rows`; a cell without a value is empty.
+    Lines keep the order of `rows`; a cell without a value is empty. Every column is as wide as its
+    widest cell, so that a terminal shows it straight.
 
     Raises:
         ValueError: two values for one cell (the `cases` do not tell the rows apart), or none.
@@ -167,23 +168,33 @@ def table(rows: Iterable[Mapping[str, Any]], cases: Sequence[str], metrics: Sequ
         cells[given["metric"]] = given["value"]
     if not lines:
         raise ValueError(f"no row has one of the metrics {', '.join(metrics)}")
-    head = [*cases, *metrics]
-    rule = ["---"] * len(cases) + ["---:"] * len(metrics)
     body = [
         [*map(str, key), *(_number(cells[m]) if m in cells else "" for m in metrics)]
         for key, cells in lines.items()
     ]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, rule, *body])
+    shown = [[*cases, *metrics], *body]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    rule = ["-" * width for width in widths[: len(cases)]]
+    rule += ["-" * (width - 1) + ":" for width in widths[len(cases) :]]
+    aligned = [
+        [
+            cell.ljust(width) if i < len(cases) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        for cells in shown
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [aligned[0], rule, *aligned[1:]])
 
 
 def command_line(argv: Sequence[str]) -> str:
     """`argv` without the folders of this machine.
 
     Of the program, and of every path that is absolute or goes through `~` or `..`, only the last
-    part is kept.
+    part is kept; a package that ran as `python -m` is named by its folder.
     """
     program, *arguments = argv
-    shown = [Path(program).name]
+    path = Path(program)
+    shown = [path.parent.name if path.name == "__main__.py" else path.name]
     for argument in arguments:
         option, equals, value = argument.rpartition("=")
         path = Path(value)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from poros import bench, validation
+from poros.cli import app
 from poros.core import boundary
 from poros.errors import ConfigError, PorosOOMError
 from poros.loader import nf4_config
@@ -318,3 +320,80 @@ def test_parity_refuses_gradients_that_prove_nothing(monkeypatch, parity, capsys
 
 def test_parity_of_nothing_is_no_success(parity):
     assert parity.main([*PARITY, "--limit", "1e-9"]) == 1
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+SMALL = ["--shape", json.dumps(TINY), "--tokens", "1x8", "--steps", "2", "--device", "cpu"]
+
+
+def command(*arguments, code=0):
+    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_the_command_writes_what_it_measured_and_shows_a_table(tmp_path):
+    out = tmp_path / "new" / "bench.json"
+    more = ["--tokens", "2x4", "--slots", "1", "--slots", "2", "--json", out]
+    shown = command(*SMALL, *more).stdout
+    found = validation.read(out)
+    cases = {
+        (r["case"]["tokens"], r["case"]["program"], r["case"].get("block_size"))
+        for r in found["rows"]
+    }
+    assert len(cases) == 2 * 4
+    lines = shown.splitlines()
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + len(cases)
+    assert [word.strip() for word in table[0].strip("|").split("|")] == [
+        "tokens",
+        "program",
+        "block_size",
+        "step_ms",
+        "loads_per_step",
+        "ratio_to_resident",
+        "ratio_to_peft",
+    ]
+    # Progress came before: each program, each result.
+    assert len([line for line in lines[: -len(table)] if line.startswith("built ")]) == 4
+    assert len([line for line in lines if " step_ms " in line and line[0] != "|"]) == len(cases)
+
+
+def test_the_command_runs_from_a_checkout(tmp_path):
+    run = [sys.executable, "-m", "poros", "bench", *SMALL, "--program", "streamed", "--blocks", "2"]
+    out = tmp_path / "bench.json"
+    done = subprocess.run([*run, "--json", out], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = validation.read(out)
+    assert found["command"].startswith("poros bench --shape ")
+    assert {(r["case"]["program"], r["case"]["num_blocks"]) for r in found["rows"]} == {
+        ("streamed", 2)
+    }
+    assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--shape", "qwen"], "known: qwen2.5-7b"),
+        (["--shape", '{"model_type"'], "not valid JSON"),
+        (["--shape", '{"model_type": "qwen2"}'], "no num_hidden_layers, vocab_size"),
+        (["--shape", json.dumps({**TINY, "model_type": "qwen99"})], "qwen99"),
+        (["--shape", json.dumps({**TINY, "model_type": "t5"})], "t5"),
+        (["--program", "unsloth"], "unsloth"),
+        (["--json", "{folder}"], "wanted a file"),
+        (["--json", "{folder}/file/bench.json"], "cannot be made"),
+        (["--limit", "1e-9"], "raise --limit"),
+    ],
+)
+def test_the_command_names_what_is_wrong(arguments, named, tmp_path):
+    (tmp_path / "file").touch()
+    result = command(*SMALL, *(a.replace("{folder}", str(tmp_path)) for a in arguments), code=2)
+    assert result.stderr.startswith("error: ") and named in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_command_names_what_is_missing(monkeypatch):
+    monkeypatch.setattr("poros.hardware.missing_packages", lambda: ["torch"])
+    assert "needs torch" in command(code=2).stderr

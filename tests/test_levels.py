@@ -15,9 +15,10 @@ LEVELS = {
     4: ["core/block"],
     5: ["core/attach", "head", "loader"],
     6: ["trainer", "data", "report", "checkpoint", "validation"],
-    7: ["api", "verify", "bench"],
-    8: ["__init__", "cli/check", "cli/doctor", "cli/init", "cli/plan", "cli/train"],
+    7: ["api", "verify", "bench", "cli/quiet"],
+    8: ["__init__", "cli/bench", "cli/check", "cli/doctor", "cli/init", "cli/plan", "cli/train"],
     9: ["cli/__init__"],
+    10: ["__main__"],
 }
 LEVEL_OF = {name: level for level, names in LEVELS.items() for name in names}
 # Within one level only these may lean on each other, in this direction.

@@ -106,10 +106,10 @@ def test_the_table_joins_the_metrics_of_a_case():
     assert validation.table(
         rows, ["program", "block_size"], ["step_ms", "peak_allocated_gib"]
     ).splitlines() == [
-        "| program | block_size | step_ms | peak_allocated_gib |",
-        "| --- | --- | ---: | ---: |",
-        "| streamed | 2 | 316.2 | 4 |",
-        "| peft |  | 1400 |  |",
+        "| program  | block_size | step_ms | peak_allocated_gib |",
+        "| -------- | ---------- | ------: | -----------------: |",
+        "| streamed | 2          |   316.2 |                  4 |",
+        "| peft     |            |    1400 |                    |",
     ]
     with pytest.raises(ValueError, match="two values of step_ms"):
         validation.table(rows, ["tokens"], ["step_ms"])
@@ -121,6 +121,7 @@ def test_the_table_joins_the_metrics_of_a_case():
     ("argv", "shown"),
     [
         (["/a/b/poros", "bench", "--slots", "2"], "poros bench --slots 2"),
+        (["/a/poros/__main__.py", "bench"], "poros bench"),
         (["x.py", "--out=/a/b/c.json"], "x.py --out=c.json"),
         (["x.py", "~/c.json", "../../team/c.json"], "x.py c.json c.json"),
         (["x.py", "docs/c.json", "1x512"], "x.py docs/c.json 1x512"),

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import poros
+from poros.cli.bench import bench
 from poros.cli.check import check
 from poros.cli.doctor import doctor
 from poros.cli.init import init
@@ -37,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (doctor, init, check, train, plan):
+for command in (doctor, init, check, train, plan, bench):
     app.command()(command)
 
 

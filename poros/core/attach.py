@@ -56,8 +56,10 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     ]
     if not found:
         seen = ", ".join(f"{name} ({len(m)} x {type(m[0]).__name__})" for name, m in lists)
+        inner: Any = model  # a PEFT model says little by its own class
+        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
         raise ModelError(
-            f"{type(model).__name__} has no list of decoder layers that Poros recognises; found:"
+            f"{type(inner).__name__} has no list of decoder layers that Poros recognises; found:"
             f" {seen or 'none'}; wanted: a ModuleList of transformers' GradientCheckpointingLayer"
         )
     return max(found, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))

@@ -1,0 +1,23 @@
+"""What the libraries say to their developers, kept off the screen of a command."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+
+def quieten() -> None:
+    """Silence developers' notices, telemetry, and progress bars in log files."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # TRL would report every run
+    # On import it reports that an optional CPU kernel is not there.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
