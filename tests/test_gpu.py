@@ -151,6 +151,24 @@ def test_the_trainer_on_cuda(
     assert state is not None and state.store.reason == "page-locked"
 
 
+def test_a_card_without_bf16_trains_in_fp16(
+    tiny_qwen2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss scaling needs float32 adapters, where TRL makes those of a 4-bit base bf16."""
+    monkeypatch.setattr(
+        "poros.trainer.compute_dtype", lambda _: (torch.float16, "as on such a card")
+    )
+    config = configure(tiny_qwen2, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        expected = train(reference(config), config, tmp_path)
+        model = streaming(config, 2, poison=True)
+        compare(expected, train(model, config, tmp_path), num_tensors=70)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
 def test_generation_and_evaluation(tiny_qwen2: Path) -> None:
     config = configure(tiny_qwen2, device="cuda")
     resident, model = reference(config).eval(), streaming(config, 2, poison=True).eval()
