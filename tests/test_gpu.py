@@ -158,15 +158,21 @@ def test_a_card_without_bf16_trains_in_fp16(
     monkeypatch.setattr(
         "poros.trainer.compute_dtype", lambda _: (torch.float16, "as on such a card")
     )
-    config = configure(tiny_qwen2, device="cuda")
+    config = configure(tiny_qwen2, device="cuda", steps=16)
     torch.use_deterministic_algorithms(True)
     try:
-        expected = train(reference(config), config, tmp_path)
+        one = train(reference(config), config, tmp_path)
         model = streaming(config, 2, poison=True)
-        compare(expected, train(model, config, tmp_path), num_tensors=70)
+        before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        two = train(model, config, tmp_path)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    # Steps whose scaled gradients overflow are left out, and tell nothing: their norms are NaN.
+    assert len(one.losses) == 16 and one.losses == two.losses
+    assert one.weights.keys() == two.weights.keys() == before.keys() and len(before) == 70
+    for name, weight in two.weights.items():
+        assert weight.dtype == torch.float32 and weight.isfinite().all()
+        assert torch.equal(weight, one.weights[name]) and not torch.equal(weight, before[name])
 
 
 def test_generation_and_evaluation(tiny_qwen2: Path) -> None:

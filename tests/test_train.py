@@ -625,6 +625,8 @@ def test_ctrl_c_on_the_command_line(tiny_qwen2: Path, rows_file: Path, tmp_path:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A shell's background job, which CI may be, starts with SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def until(process: subprocess.Popen[str], text: str) -> None:
