@@ -10,7 +10,7 @@ PACKAGE = Path(poros.__file__).parent
 LEVELS = {
     0: ["errors", "units"],
     1: ["config", "rows", "shapes", "core/__init__", "core/schedule", "core/layout"],
-    2: ["plan", "hardware", "core/store"],
+    2: ["plan", "hardware", "frozen", "core/store"],
     3: ["core/stream", "core/boundary"],
     4: ["core/block"],
     5: ["core/attach", "head", "loader"],

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from poros.core.block import Binding, Block, Site
+from poros.core.block import Binding, Block
 from poros.core.store import PinnedStore
 from poros.core.stream import Stream
 from poros.errors import ModelError
+from poros.frozen import Site, frozen_tensors, share_code_tables, stop_repacking
 
 _ATTRIBUTE = "_poros"
 
@@ -92,7 +93,7 @@ def attach(
             " without offloading by device_map"
         )
     undo: list[Callable[[], Any]] = []
-    frozen = [list(_frozen(f"{path}.{i}", layer)) for i, layer in enumerate(layers)]
+    frozen = [list(frozen_tensors(f"{path}.{i}", layer)) for i, layer in enumerate(layers)]
     readers = Counter(
         id(tensor)
         for module in model.modules()
@@ -103,7 +104,9 @@ def attach(
         inside = Counter(id(tensor) for _, tensor in frozen[i])
         # A tensor that another place reads too (tied or shared) must not move from under it.
         own = [(s, t) for s, t in frozen[i] if readers.get(id(t), 0) <= inside[id(t)]]
-        bindings.append(_pack(layer, own, store, device, codes, undo))
+        share_code_tables(layer, device, codes)
+        undo += stop_repacking(layer)
+        bindings.append(_pack(own, store, device))
         frozen[i] = own = []
     _move_rest(model, device)
 
@@ -139,71 +142,10 @@ def detach(model: nn.Module) -> None:
         undo()
 
 
-# -- what streams ----------------------------------------------------------------------------------
-
-
-def _frozen(path: str, layer: nn.Module) -> Iterator[tuple[Site, torch.Tensor]]:
-    """The frozen tensors of one block and where they are read; quantisation state included.
-
-    Adapters never stream, frozen or not, since they may be switched or trained later. PEFT's tuner
-    layers list their own children by name and hold the frozen module beside them.
-    """
-    adapters: set[nn.Module] = set()
-    for module in layer.modules():
-        listed: Any = getattr(module, "adapter_layer_names", ())
-        for name in [*listed, *getattr(module, "other_param_names", ())] if listed else ():
-            child = getattr(module, name.split(".")[0], None)
-            adapters |= set(child.modules()) if isinstance(child, nn.Module) else set()
-    for prefix, module in layer.named_modules():
-        if module in adapters or hasattr(module, "adapter_layer_names"):
-            continue
-        for key, parameter in module._parameters.items():
-            if parameter is None or parameter.requires_grad:
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            kind = type(parameter).__name__
-            if kind == "Int8Params":
-                raise ModelError(f"{path}.{name} is int8, which does not stream: use nf4 or bf16")
-            yield Site(name, parameter, "data", _set_data, (module, key)), parameter
-            if kind == "Params4bit":
-                yield from _quantisation(path, name, parameter)
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                name = f"{prefix}.{key}" if prefix else key
-                yield Site(name, module._buffers, key, _set_item), buffer
-
-
-def _quantisation(path: str, name: str, weight: Any) -> Iterator[tuple[Site, torch.Tensor]]:
-    state = weight.quant_state
-    if state is None:
-        raise ModelError(f"{path}.{name} is a 4-bit weight that was never quantised: load it first")
-    if getattr(state, "packing_format_for_cpu", False):
-        raise ModelError(
-            f"{path}.{name} was repacked by bitsandbytes in an evaluation on the CPU, which rounds"
-            " its statistics: stream the model before evaluating it"
-        )
-    yield Site(f"{name}.absmax", state, "absmax", setattr), state.absmax
-    if state.nested:
-        yield Site(f"{name}.offset", state, "offset", setattr), state.offset
-        yield Site(f"{name}.nested_absmax", state.state2, "absmax", setattr), state.state2.absmax
-
-
-def _set_data(parameter: nn.Parameter, _: str, view: torch.Tensor) -> None:
-    parameter.data = view
-
-
-def _set_item(buffers: dict[str, torch.Tensor], key: str, view: torch.Tensor) -> None:
-    buffers[key] = view
-
-
 def _pack(
-    layer: nn.Module,
-    own: list[tuple[Site, torch.Tensor]],
-    store: PinnedStore,
-    device: torch.device,
-    codes: dict[bytes, torch.Tensor],
-    undo: list[Callable[[], Any]],
+    own: list[tuple[Site, torch.Tensor]], store: PinnedStore, device: torch.device
 ) -> Binding:
+    """Pack the tensors as the next block of the store and put placeholders in their places."""
     tensors: dict[str, torch.Tensor] = {}
     names: dict[int, str] = {}
     for site, tensor in own:
@@ -212,16 +154,6 @@ def _pack(
     store.add(tensors)
     placeholders = {name: _placeholder(tensor, device) for name, tensor in tensors.items()}
     binding = Binding([site for site, _ in own], placeholders)
-    for module in layer.modules():
-        state: Any = getattr(module._parameters.get("weight"), "quant_state", None)
-        for part in (state, getattr(state, "state2", None)):
-            if part is not None:  # the code tables are the same everywhere: one copy stays
-                key = part.code.cpu().numpy().tobytes()
-                part.code = codes.setdefault(key, part.code.to(device))
-        if getattr(module, "support_avx512bf16_for_cpu", False):
-            # In eval mode bitsandbytes would repack the weight for the CPU, with rounding.
-            module.__dict__["support_avx512bf16_for_cpu"] = False
-            undo.append(functools.partial(setattr, module, "support_avx512bf16_for_cpu", True))
     binding.point(placeholders)
     return binding
 

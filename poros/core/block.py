@@ -23,20 +23,7 @@ from poros.core.boundary import Boundary, no_cast_cache
 from poros.core.schedule import Phase
 from poros.core.stream import Stream
 from poros.errors import ModelError, StreamError
-
-
-@dataclass
-class Site:
-    """A place where a frozen tensor is read: `write(holder, key, view)` puts a view there.
-
-    `name` is the tensor's name in the layout; `parameter_of` the (module, key) of a parameter.
-    """
-
-    name: str
-    holder: Any
-    key: str
-    write: Callable[[Any, str, torch.Tensor], None]
-    parameter_of: tuple[nn.Module, str] | None = None
+from poros.frozen import Site
 
 
 @dataclass
