@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from poros.checkpoint import RunFolder
+from poros.checkpoint import RECORD, RunFolder
 from poros.config import RunConfig, make_config
 from poros.core.attach import Streamed, attach, detach, find_blocks, streamed
 from poros.data import DataSummary, check_trainable, ensure_chat_template, load_rows, split_eval
-from poros.errors import ConfigError, ModelError, PorosError
+from poros.errors import ConfigError, ModelError, OutputError, PorosError
 from poros.loader import load, load_tokenizer, memory_errors, pick_device
 from poros.plan import CPU_SLOTS, Plan, make_plan
 from poros.report import Progress, peak_memory
@@ -96,8 +96,13 @@ def _stream(
 ) -> Streamed:
     if block_size != "auto" and (not isinstance(block_size, int) or block_size < 1):
         raise PorosError(f"block_size must be 1 or more, or 'auto', but is {block_size!r}")
-    if micro_rows is not None and micro_rows < 1:
+    if micro_rows is not None and (not isinstance(micro_rows, int) or micro_rows < 1):
         raise PorosError(f"micro_rows must be 1 or more, but is {micro_rows!r}")
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"poros.stream takes a model, such as get_peft_model returns, not a"
+            f" {type(model).__name__}: load a hub id or folder with poros.load first"
+        )
     name, layers = find_blocks(model)
     if all(parameter.requires_grad for parameter in layers.parameters()):
         raise ModelError(
@@ -158,6 +163,7 @@ class PorosTrainer:
         self.plan: Plan | None = None
         self._settings = settings
         self._console = console or Console()
+        self._folder: Path | None = None  # of the present run
 
     @classmethod
     def from_pretrained(
@@ -224,7 +230,12 @@ class PorosTrainer:
         The loaded model gives the same bits as this one under bf16 autocast, as in training.
         Without autocast, the adapter of an nf4 base, which is trained in bf16, needs
         `PeftModel.from_pretrained(..., autocast_adapter_dtype=False)`: PEFT makes it float32.
+
+        Raises:
+            OutputError: the folder holds another run.
         """
+        if (Path(path) / RECORD).exists() and Path(path) != self._folder:
+            raise OutputError(f"{path} holds another run of Poros: save to a folder of its own")
         self.model.save_pretrained(str(path))
         self.tokenizer.save_pretrained(str(path))
 
@@ -240,7 +251,7 @@ class PorosTrainer:
         if plan is None:
             plan = plan_run(config, device, state)
             _say(self._console, *plan.lines())
-        self.plan = plan
+        self.plan, self._folder = plan, folder.path if folder is not None else None
         if config.quantization == "int8":
             _say(self._console, "int8 does not stream: the whole base is on the device")
         elif state is None:

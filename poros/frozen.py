@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,3 +108,44 @@ def stop_repacking(layer: nn.Module) -> Iterator[Callable[[], None]]:
         if getattr(module, name, False):
             setattr(module, name, False)
             yield functools.partial(setattr, module, name, True)
+
+
+def guard_adapters(
+    layer: nn.Module, visit: Callable[[], AbstractContextManager[None]]
+) -> Iterator[Callable[[], Any]]:
+    """Refuse merges, and add adapters within a `visit`; yields what undoes both.
+
+    A merge would read and replace weights that are not there. A new adapter may be computed from
+    them (DoRA's magnitude, PiSSA's factors).
+    """
+    for name, module in layer.named_modules():
+        if hasattr(module, "adapter_layer_names") and hasattr(type(module), "merge"):
+            module.__dict__["merge"] = functools.partial(_refuse, f"merging into {name}")
+            yield functools.partial(module.__dict__.pop, "merge")
+        if hasattr(module, "adapter_layer_names") and hasattr(type(module), "update_layer"):
+            added = functools.partial(_within, visit, module.update_layer)
+            module.__dict__["update_layer"] = added
+            yield functools.partial(module.__dict__.pop, "update_layer")
+
+
+def refuse_copies(layer: nn.Module) -> Iterator[Callable[[], Any]]:
+    """Refuse `copy.deepcopy`, which would copy tensors without bytes; yields what undoes it."""
+    layer.__dict__["__deepcopy__"] = functools.partial(_refuse, "copying the model")
+    yield functools.partial(layer.__dict__.pop, "__deepcopy__")
+
+
+def _within(
+    visit: Callable[[], AbstractContextManager[None]],
+    update: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with visit():
+        return update(*args, **kwargs)
+
+
+def _refuse(what: str, *_: Any, **__: Any) -> None:
+    raise ModelError(
+        f"{what} needs the whole base on the device, but it streams: call poros.unstream(model)"
+        " first"
+    )

@@ -71,6 +71,17 @@ def add_adapter(base: PreTrainedModel, config: RunConfig) -> PeftModel:
             f" {str(error).splitlines()[0]}\nits linear layers are named: {', '.join(names)}"
         ) from error
     assert isinstance(model, PeftModel)
+    if isinstance(config.target_modules, list):
+        adapted: Any = model.base_model.targeted_module_names
+        unused = [
+            target
+            for target in config.target_modules
+            if not any(name == target or name.endswith(f".{target}") for name in adapted)
+        ]
+        if unused:
+            raise ModelError(
+                f"target_modules: {', '.join(unused)} matches no module of {type(base).__name__}"
+            )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"target_modules {config.target_modules!r} left nothing to train")
     return model

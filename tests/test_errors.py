@@ -83,6 +83,10 @@ def test_names_of_transformers(train: Train) -> None:
     assert "lr_scheduler: 'zzz' is unknown to transformers; known: linear, cosine" in shown
 
 
+def test_a_misspelt_target_beside_a_right_one(train: Train) -> None:
+    assert "target_modules: v_prj matches no module" in train("target_modules=[q_proj, v_prj]")
+
+
 def test_targets_that_match_nothing(train: Train) -> None:
     shown = train("target_modules=[nothing, here]")
     assert "nothing" in shown and "q_proj" in shown and "all-linear" in shown

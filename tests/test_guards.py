@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from test_parity import adapter, configure, reference, rows, streaming
 
+import poros
 from poros.core import block as block_module
 from poros.core.attach import streamed
 from poros.core.block import Block
 from poros.core.boundary import Boundary
 from poros.core.stream import Slot, Stream
-from poros.errors import StreamError
+from poros.errors import ModelError, StreamError
 from poros.loader import load
 
 ADAPTER_TENSORS = 70
@@ -186,6 +188,75 @@ def test_gradient_checkpointing_inside_a_block_is_kept_off(model: PeftModel, exp
     before = stream_of(model).stats.visits
     assert differences(model, expected) == 0
     assert stream_of(model).stats.visits - before == 2 * 5
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "bf16"])
+def test_a_streamed_base_cannot_be_merged_copied_or_edited(
+    tiny_qwen2: Path, quantization: str
+) -> None:
+    """Each of these would read or change weights that are not there."""
+    config = configure(tiny_qwen2, quantization=quantization, lora_dropout=0.0)
+    model = streaming(config, 2)
+    resident = step(reference(config))
+    for change in (model.merge_and_unload, model.merge_adapter, lambda: copy.deepcopy(model)):
+        with pytest.raises(ModelError, match=r"streams: call poros\.unstream"):
+            change()
+    assert differences(model, resident) == 0
+    norm = model.get_base_model().model.layers[1].input_layernorm.weight
+    norm.data = torch.ones(64, dtype=norm.dtype)
+    with pytest.raises(StreamError, match=r"input_layernorm\.weight was replaced"):
+        step(model)
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "bf16"])
+def test_dora_before_and_after_streaming(tiny_qwen2: Path, quantization: str) -> None:
+    """DoRA reads the base's weights when it is made, and replaces 4-bit ones in its forward."""
+    config = configure(tiny_qwen2, quantization=quantization)
+    dora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True)
+
+    def base() -> Any:
+        return load(config.model, quantization=quantization, device="cpu")
+
+    def gradients(model: PeftModel) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(rows(2, 24)["input_ids"])
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                generator = torch.Generator().manual_seed(parameter.numel())
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.data = (noise * 0.02).to(parameter.dtype)
+        model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    def added(model: PeftModel) -> PeftModel:
+        torch.manual_seed(4)
+        model.add_adapter("dora", dora)
+        model.set_adapter("dora")
+        return model
+
+    torch.manual_seed(4)
+    expected = gradients(get_peft_model(base(), dora))
+    torch.manual_seed(4)
+    early = gradients(poros.stream(get_peft_model(base(), dora), 2, device="cpu", poison=True))
+    late = gradients(added(streaming(config, 2, poison=True)))
+    late_expected = gradients(added(adapter(base(), config)))
+    for one, two in ((expected, early), (late_expected, late)):
+        assert len(one) == 5 * 2 * 3 and one.keys() == two.keys()
+        assert [n for n in one if not torch.equal(one[n], two[n])] == []
+
+
+def test_a_cache_does_not_matter_wherever_the_first_adapter_is(tiny_qwen2: Path) -> None:
+    config = configure(tiny_qwen2)
+    ids = torch.tensor(rows(2, 24)["input_ids"])
+    found = []
+    for model in (reference(config), streaming(config, 2)):
+        for name, parameter in model.named_parameters():
+            if ".layers.0." in name or ".layers.1." in name:
+                parameter.requires_grad_(False)
+        torch.manual_seed(1)
+        model(input_ids=ids, labels=ids).loss.backward()  # use_cache is on by default
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert len(found[0]) == 3 * 14 and found[0].keys() == found[1].keys()
+    assert [n for n in found[0] if not torch.equal(found[0][n], found[1][n])] == []
 
 
 def test_a_loss_normalised_by_the_chunk_is_another_loss(expected: Any, tiny_qwen2: Path) -> None:

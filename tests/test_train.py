@@ -409,6 +409,11 @@ def test_train_twice_then_generate_and_save(
     assert torch.equal(generated.logits[0], logits[:, -1].float())
     trainer.save(tmp_path / "adapter")
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text("{}")
+    with pytest.raises(OutputError, match="holds another run"):
+        trainer.save(tmp_path / "other")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["run.json"]
     with pytest.raises(ConfigError, match="lora_rank, block_size: decided already"):
         trainer.train(rows_file, steps=1, lora_rank=8, block_size=1)
 

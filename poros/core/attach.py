@@ -18,10 +18,18 @@ import torch
 from torch import nn
 
 from poros.core.block import Binding, Block
+from poros.core.schedule import Phase
 from poros.core.store import PinnedStore
 from poros.core.stream import Stream
 from poros.errors import ModelError
-from poros.frozen import Site, frozen_tensors, share_code_tables, stop_repacking
+from poros.frozen import (
+    Site,
+    frozen_tensors,
+    guard_adapters,
+    refuse_copies,
+    share_code_tables,
+    stop_repacking,
+)
 
 _ATTRIBUTE = "_poros"
 
@@ -119,6 +127,8 @@ def attach(
         layer.__dict__["forward"] = functools.wraps(block.inner)(functools.partial(block))
         undo.append(functools.partial(layer.__dict__.pop, "forward"))
         _save_real_tensors(block, undo)
+        undo += refuse_copies(layer)
+        undo += guard_adapters(layer, functools.partial(block.visit, Phase.INFERENCE))
         blocks.append(block)
     _keep_checkpointing_off(model, layers, undo)
     state = model.__dict__[_ATTRIBUTE] = Streamed(blocks, store, stream, undo)

@@ -48,11 +48,26 @@ class Binding:
             if site.parameter_of is None:
                 continue
             (module, key), parameter = site.parameter_of, site.holder
-            if parameter.requires_grad or module._parameters.get(key) is not parameter:
+            moved = parameter.data_ptr() != self.placeholders[site.name].data_ptr()
+            if moved or parameter.requires_grad or module._parameters.get(key) is not parameter:
                 raise StreamError(
-                    f"{site.name} was replaced (merged?) or made trainable, but the base that"
-                    " streams is read only: call poros.unstream(model) before changing it"
+                    f"{site.name} was replaced or made trainable, but the base that streams is"
+                    " read only: call poros.unstream(model) before changing it"
                 )
+
+    def end(self) -> None:
+        """Behind a visit: placeholders again, and each parameter the object that it was.
+
+        PEFT's DoRA on a 4-bit base puts a new parameter over the same bytes in its place.
+        """
+        for site in self.sites:
+            if site.parameter_of is not None:
+                module, key = site.parameter_of
+                now = module._parameters.get(key)
+                if now is not site.holder and now is not None:
+                    if now.data_ptr() == site.holder.data_ptr():
+                        module._parameters[key] = site.holder
+        self.point(self.placeholders)
 
 
 class Block:
@@ -92,7 +107,7 @@ class Block:
             self.binding.point(self._views[slot.index])
             yield
         finally:
-            self.binding.point(self.binding.placeholders)
+            self.binding.end()
             self.stream.release(slot, self.index, generation)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +138,7 @@ class _Call:
                 self.tensors.append(leaf)
                 self.leaves[i] = _TENSOR
             elif _is_cache(leaf):
-                if leaf.get_seq_length() > 0:
+                if leaf.get_seq_length(block.index) > 0:
                     raise ModelError(
                         "a key/value cache with content was passed while gradients are on; the"
                         " recomputation would append to it again: pass use_cache=False"
