@@ -390,6 +390,37 @@ def test_autocast_shares_casts_as_an_ordinary_graph_does(
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+class Product(torch.autograd.Function):
+    """A matmul whose backward is written in tensor operations, as that of bitsandbytes is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return x.float() @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.matmul(gradient.float(), ctx.weight.T), None
+
+
+class WrittenOut(Layer):
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+        return Product.apply(super().forward(x), self.weight)
+
+
+def test_the_differentiation_runs_in_the_autocast_state_of_the_backward() -> None:
+    model, twin = pair(WrittenOut)
+    found = []
+    for one in (model, twin):
+        x = torch.linspace(-1, 1, 12).view(3, 4)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = one(x).square().sum()
+        loss.backward()
+        found.append([p.grad for p in one.parameters() if p.requires_grad])
+    assert len(found[0]) == 4
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_backward_under_autocast_and_under_saved_tensor_hooks() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     model, twin = pair()

@@ -288,8 +288,10 @@ class _Visit(torch.autograd.Function):
         starts = [0] * len(gradients)
         with call.block.visit(Phase.BACKWARD), ctx.boundary.replay():
             for chunk in call.chunks(tensors):
-                torch.clear_autocast_cache()
-                found = _differentiate(call.run(chunk, needs), trainable, gradients, starts)
+                with ctx.boundary.recompute():
+                    run = call.run(chunk, needs)
+                found = _differentiate(run, trainable, gradients, starts)
+                del run
                 parts.append(found[: len(tensors)])
                 sums = [_add(*pair) for pair in zip(sums, found[len(tensors) :], strict=True)]
         merged: list[torch.Tensor | None] = []

@@ -31,22 +31,30 @@ class Boundary:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Run as the forward ran, with gradients; the present random state is put back after."""
+        """Draw the random numbers of the forward again; the present state is put back after."""
         present = _random_state(self._device)
         _set_random_state(self._device, self._random)
         try:
-            with ExitStack() as stack:
-                for kind, enabled, dtype in self._autocast:
-                    stack.enter_context(
-                        torch.autocast(
-                            kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache
-                        )
-                    )
-                stack.enter_context(torch.enable_grad())
-                yield
+            yield
         finally:
-            torch.clear_autocast_cache()
             _set_random_state(self._device, present)
+
+    @contextmanager
+    def recompute(self) -> Iterator[None]:
+        """Compute as the forward did, with gradients.
+
+        Not around the differentiation, which belongs to the autocast state of the backward: the
+        backward of bitsandbytes' matmul would be cast otherwise.
+        """
+        torch.clear_autocast_cache()
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self._autocast:
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache)
+                )
+            stack.enter_context(torch.enable_grad())
+            yield
+        torch.clear_autocast_cache()
 
 
 @contextmanager
